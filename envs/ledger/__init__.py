@@ -1,0 +1,1 @@
+"""The back office of a small bank on a real SQLite database."""

@@ -1,0 +1,51 @@
+"""A small byte-level BPE tokenizer for agents that write JSON calls: few tokens of syntax, and ids that can be copied token by token."""
+
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+START_OF_TURN = "<|im_start|>"
+END_OF_TURN = "<|im_end|>"
+PADDING = "<|pad|>"
+SPECIAL_TOKENS = (PADDING, START_OF_TURN, END_OF_TURN)
+
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+# What may not be merged with its neighbours. A digit, and a capital before a digit: an id such as C412 is always C, 4, 1, 2,
+# wherever it stands, so that copying one is to find the token before and to repeat the one after it. A word: a name has the
+# same tokens in an instruction as between quotes. All else (the syntax of JSON with its keys, tags and tool names, spaces,
+# punctuation) may become one token, however long; a word is syntax when it is a key, ends a tag or names the tool of a call.
+_ALONE = r'[0-9]|[A-Z](?=[0-9])|[A-Za-z_]++(?!":|>|","arguments")'
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of at most `vocab_size` tokens, trained on `texts`; `decode(encode(text)) == text` for any text.
+
+    All 256 bytes are tokens, so nothing is unknown. Special tokens: padding, start of turn, and end of turn, which is also
+    the end-of-sequence token. Raises ValueError when the vocabulary has no room for those.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and the special tokens), got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_ALONE), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=START_OF_TURN,
+        eos_token=END_OF_TURN,
+        pad_token=PADDING,
+        clean_up_tokenization_spaces=False,
+    )
