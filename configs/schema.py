@@ -133,7 +133,7 @@ class LearnerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear warm-up."""
     decay: Literal["constant", "linear"] = "constant"
-    """Schedule after the warm-up; linear reaches zero at the last step."""
+    """Schedule after the warm-up; linear reaches zero after the last step."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0

@@ -68,6 +68,7 @@ class ChatMLRenderer:
         self.tools_prompt = tools_prompt
         self._start_id, self._end_id = vocabulary[START_OF_TURN], vocabulary[END_OF_TURN]
         self._newline_ids = self._encode("\n")
+        self._heads: dict[str, list[int]] = {}
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -109,7 +110,10 @@ class ChatMLRenderer:
         return ids + self._head_ids("assistant")
 
     def _head_ids(self, role: str) -> list[int]:
-        return [self._start_id, *self._encode(f"{role}\n")]
+        # There are four roles, and a head stands before every message.
+        if role not in self._heads:
+            self._heads[role] = [self._start_id, *self._encode(f"{role}\n")]
+        return self._heads[role]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -10,7 +10,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from configs.schema import ModelConfig
 from model.chat import ChatMLRenderer, ToolsPrompt
@@ -153,8 +153,7 @@ def _load_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase,
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
     # The weights were dequantised; with these marks left in place, save_pretrained refuses to write them.
-    model.hf_quantizer = None
-    model.is_quantized = False
+    vars(model).update(hf_quantizer=None, is_quantized=False)
     for mark in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, mark):
             delattr(model.config, mark)

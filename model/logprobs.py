@@ -26,7 +26,8 @@ def action_logprobs(
     token_ids_BT: int64, padded on the right. attention_mask_BT: bool, false at padding. action_mask_BT: bool.
     The head is applied at the positions before action tokens only, `chunk_size` of them at a time, and its logits are computed again
     in the backward pass: no tensor [T, V] of all positions ever exists.
-    Raises ValueError at temperature 0, on shapes that differ, padding on the left, and an action token with nothing before it.
+    Raises ValueError at temperature 0, on shapes that differ, on padding before a token, on an action token that is padding and on one
+    with nothing before it.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0 to train, got {temperature}: greedy samples carry no signal")
@@ -35,8 +36,10 @@ def action_logprobs(
         raise ValueError(f"token ids, attention mask and action mask must have one shape [B, T], got {shapes}")
     if action_mask_BT[:, 0].any():
         raise ValueError("the first token of a sequence cannot be an action token: no logits speak of it")
-    if not attention_mask_BT[:, 0].all():
-        raise ValueError("sequences must be padded on the right, got padding at the first token")
+    if not attention_mask_BT[:, 0].all() or (~attention_mask_BT[:, :-1].bool() & attention_mask_BT[:, 1:].bool()).any():
+        raise ValueError("sequences must be padded on the right, got padding before a token")
+    if (action_mask_BT & ~attention_mask_BT.bool()).any():
+        raise ValueError("an action token must be a token of its sequence, got one in the padding: cut both masks at the same place")
     core = base_model(model)
     hidden_BTD = core.get_decoder()(input_ids=token_ids_BT, attention_mask=attention_mask_BT.long(), use_cache=False).last_hidden_state
     is_action_BT = action_mask_BT[:, 1:]

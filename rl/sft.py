@@ -20,7 +20,7 @@ from model.loading import Policy
 from model.lora import base_model
 
 ADAM_BETA2 = 0.95
-"""As in most pretraining of language models: with the default, 0.999, a small model from nothing never learned to copy."""
+"""As in most pretraining of language models: a shorter memory of squared gradients than the default, 0.999, has."""
 IGNORED = -100
 """The label of a token that is not trained."""
 

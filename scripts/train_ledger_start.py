@@ -24,11 +24,11 @@ from envs.registry import make_env, split_seeds
 from envs.tool_env import ToolEnv
 from model.chat import ChatMLRenderer
 from model.loading import CHECKPOINTS, Policy, load_policy, num_parameters, save_checkpoint
-from model.tokenizer import train_tokenizer
+from model.tokenizer import END_OF_TURN, PADDING, START_OF_TURN, train_tokenizer
 from rl.sft import oracle_conversations, supervised_fine_tune
 
 ENV_ID = "cairn/Ledger-v0"
-FLAW_RATE = 0.2
+FLAW_RATE = 0.25
 VOCAB_SIZE = 1024
 MAX_EPISODE_TOKENS = 1024
 """A sampled episode ends here."""
@@ -37,9 +37,13 @@ FIRST_TRAIN_SEED = 2**30
 """Far from the first seeds of the split, which are those that a run of reinforcement learning takes."""
 
 
-NUM_EPISODES, NUM_EPOCHS = 12_000, 6
-"""Each episode is seen several times: the heads that copy form after some two million tokens, and repetition does not hurt them."""
-LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS = 3e-3, 0.05, 50
+ROUNDS = (64_000, 44_000)
+"""Episodes of each call of the trainer, each seen once; the learning rate falls to zero in each. The first learns to copy, the second
+to look up which account is the savings account."""
+LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS = 2e-3, 0.01, 50
+INITIALIZER_RANGE = 0.06
+"""Standard deviation of the first weights. With the 0.02 of large models, attention in one this narrow starts out so flat that the heads
+that copy did not form within 11 million tokens; with this, 65 % of the digits were right after 1.5 million."""
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -50,37 +54,37 @@ def train(
     scale: Annotated[float, typer.Option(help="Part of the episodes to train on; 0.01 for a trial.")] = 1.0,
     batch_size: Annotated[int, typer.Option(help="Episodes per optimiser step.")] = 32,
     seed: Annotated[int, typer.Option(help="Fixes weights, flaws and order.")] = 0,
+    first_round: Annotated[int, typer.Option(help="Go on from the checkpoint in the folder with this round; 0 starts from nothing.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     """Train the tokenizer and the model, write the checkpoint, and evaluate it."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     started = time.monotonic()
-    tokenizer = train_tokenizer(_texts(NUM_TOKENIZER_EPISODES), VOCAB_SIZE)
-    policy = Policy(_new_model(tokenizer), tokenizer, ChatMLRenderer(tokenizer, "none"))
-    print(f"{len(tokenizer)} tokens, {num_parameters(policy.model):,} parameters", flush=True)
-    seeds = range(FIRST_TRAIN_SEED, FIRST_TRAIN_SEED + max(batch_size, int(NUM_EPISODES * scale)))
-    examples = oracle_conversations(ENV_ID, {}, seeds, FLAW_RATE, seed, policy.renderer)
-    num_tokens = sum(len(example.token_ids_T) for example in examples)
-    supervised_fine_tune(
-        policy,
-        examples,
-        learning_rate=LEARNING_RATE,
-        num_epochs=NUM_EPOCHS,
-        batch_size=batch_size,
-        seed=seed,
-        schedule="linear",
-        warmup_steps=WARMUP_STEPS,
-        weight_decay=WEIGHT_DECAY,
-        log_every_steps=50,
-        report=_print_progress(started),
-        show_progress=False,
-    )
+    policy = load_policy(ModelConfig(path=str(folder), tools_prompt="none")) if first_round else _new_policy()
+    print(f"{len(policy.tokenizer)} tokens, {num_parameters(policy.model):,} parameters", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(policy, folder)
+    for index in range(first_round, len(ROUNDS)):
+        first_seed = FIRST_TRAIN_SEED + sum(ROUNDS[:index])
+        seeds = range(first_seed, first_seed + max(batch_size, int(ROUNDS[index] * scale)))
+        supervised_fine_tune(
+            policy,
+            oracle_conversations(ENV_ID, {}, seeds, FLAW_RATE, seed, policy.renderer),
+            learning_rate=LEARNING_RATE,
+            num_epochs=1,
+            batch_size=batch_size,
+            seed=seed,
+            schedule="linear",
+            warmup_steps=WARMUP_STEPS,
+            weight_decay=WEIGHT_DECAY,
+            log_every_steps=50,
+            report=_print_progress(started),
+            show_progress=False,
+        )
+        save_checkpoint(policy, folder)
     result = sample_episodes(policy, split_seeds(ENV_ID, "validation")[:400], temperature=1.0, seed=seed)
     print(result.text(), flush=True)
-    (folder / "README.md").write_text(_model_card(policy, num_tokens, result))
+    (folder / "README.md").write_text(_model_card(policy, result))
 
 
 @app.command()
@@ -224,7 +228,13 @@ def _texts(num_episodes: int) -> Iterable[str]:
     env.close()
 
 
+def _new_policy() -> Policy:
+    tokenizer = train_tokenizer(_texts(NUM_TOKENIZER_EPISODES), VOCAB_SIZE)
+    return Policy(_new_model(tokenizer), tokenizer, ChatMLRenderer(tokenizer, "none"))
+
+
 def _new_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    vocabulary = tokenizer.get_vocab()
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -235,9 +245,10 @@ def _new_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
             num_key_value_heads=4,
             max_position_embeddings=2048,
             tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            initializer_range=INITIALIZER_RANGE,
+            bos_token_id=vocabulary[START_OF_TURN],
+            eos_token_id=vocabulary[END_OF_TURN],
+            pad_token_id=vocabulary[PADDING],
         )
     )
 
@@ -253,7 +264,7 @@ def _print_progress(started: float) -> Callable[[dict[str, float]], None]:
     return report
 
 
-def _model_card(policy: Policy, num_tokens: int, result: SampledResult) -> str:
+def _model_card(policy: Policy, result: SampledResult) -> str:
     config = json.loads(policy.model.config.to_json_string())
     return f"""---
 license: apache-2.0
@@ -261,12 +272,13 @@ library_name: transformers
 ---
 # ledger-start
 
-A Llama of {num_parameters(policy.model):,} parameters ({config["num_hidden_layers"]} layers, width {config["hidden_size"]}) with a byte-level
-BPE vocabulary of {len(policy.tokenizer)} tokens: the policy that Cairn's quick start begins with. It acts as a clerk in `{ENV_ID}`, and knows nothing else.
+The policy that Cairn's quick start begins with: a Llama of {num_parameters(policy.model):,} parameters
+({config["num_hidden_layers"]} layers, width {config["hidden_size"]}) with a byte-level BPE vocabulary of {len(policy.tokenizer)} tokens.
+It acts as a clerk in `{ENV_ID}`, and knows nothing else.
 
 Made by `python -m scripts.train_ledger_start train` from nothing but episodes of that environment's oracle, in which each decision was
-wrong with probability {FLAW_RATE}: {num_tokens / 1e6:.1f} million tokens of the training split, each seen {NUM_EPOCHS} times, loss on the
-agent's turns only, AdamW at {LEARNING_RATE:g} with linear decay.
+wrong with probability {FLAW_RATE}: {sum(ROUNDS):,} episodes of the training split, each seen once, loss on the agent's turns
+only, AdamW at {LEARNING_RATE:g} with linear decay.
 
 Sampled at temperature 1 on the validation split: {result.text()}.
 It is flawed on purpose: its mistakes are what reinforcement learning is there to mend.

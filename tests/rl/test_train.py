@@ -22,8 +22,9 @@ from rollout.trajectory import read_trajectories
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[2]
-# Long enough to be killed in the middle, short enough for a test: about 20 s.
-LONG = ("learner.num_steps=30", "learner.groups_per_step=4", "learner.group_size=4", "env.num_train_tasks=64", "evaluation.num_episodes=8")
+# Long enough to be killed in the middle, short enough for a test.
+NUM_STEPS = 14
+LONG = (f"learner.num_steps={NUM_STEPS}", "learner.groups_per_step=4", "learner.group_size=4", "env.num_train_tasks=64", "evaluation.num_episodes=8")
 
 
 def start(*arguments, folder: Path, module="rl.cli") -> subprocess.Popen:
@@ -116,12 +117,9 @@ def test_a_run_leaves_all_that_the_readme_promises(tmp_path):
         evaluation = wait(start("eval", str(target), "--env", "cairn/Ledger-v0", "--episodes", "8", folder=tmp_path), tmp_path)
         assert "success" in evaluation
 
-
-def test_resuming_a_finished_run_is_refused_in_one_sentence(tmp_path):
-    wait(start_run(tmp_path), tmp_path)
-    output = wait(start("train", "--resume", str(run_folder(tmp_path)), folder=tmp_path), tmp_path, code=1)
-    assert "only an unfinished run can be resumed" in output
-    assert "Traceback" not in output
+    refused = wait(start("train", "--resume", str(path), folder=tmp_path), tmp_path, code=1)
+    assert "only an unfinished run can be resumed" in refused
+    assert "Traceback" not in refused
 
 
 @pytest.mark.parametrize("mode", [("mode=sync",), ("mode=async", "asynchrony.max_staleness=2")])
@@ -132,7 +130,7 @@ def test_a_killed_rollout_worker_costs_time_only(tmp_path, mode):
     actor(process, "RolloutWorker").kill()
     output = wait(process, tmp_path)
     assert "replaced" in output
-    assert_complete(run_folder(tmp_path), 30)
+    assert_complete(run_folder(tmp_path), NUM_STEPS)
     assert_all_gone(processes)
 
 
@@ -144,7 +142,7 @@ def test_a_killed_driver_leaves_no_process_and_the_run_resumes(tmp_path):
     process.wait()
     assert_all_gone(processes)
     wait(start("train", "--resume", str(run_folder(tmp_path)), folder=tmp_path), tmp_path)
-    assert_complete(run_folder(tmp_path), 30)
+    assert_complete(run_folder(tmp_path), NUM_STEPS)
 
 
 def test_a_killed_learner_ends_the_run_in_one_sentence_and_the_run_resumes(tmp_path):
@@ -157,11 +155,11 @@ def test_a_killed_learner_ends_the_run_in_one_sentence_and_the_run_resumes(tmp_p
     assert "--resume" in output
     assert_all_gone(processes)
     wait(start("train", "--resume", str(run_folder(tmp_path)), folder=tmp_path), tmp_path)
-    assert_complete(run_folder(tmp_path), 30)
+    assert_complete(run_folder(tmp_path), NUM_STEPS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_closes_everything_and_resumes(tmp_path, number):
+def test_an_interrupted_run_closes_everything_and_says_how_to_resume(tmp_path, number):
     process = start_run(tmp_path, *LONG)
     wait_for_step(tmp_path, 3)
     processes = family(process)
@@ -170,8 +168,9 @@ def test_an_interrupted_run_closes_everything_and_resumes(tmp_path, number):
     assert "--resume" in output
     assert "Traceback" not in output
     assert_all_gone(processes)
-    wait(start("train", "--resume", str(run_folder(tmp_path)), folder=tmp_path), tmp_path)
-    assert_complete(run_folder(tmp_path), 30)
+    if number == signal.SIGINT:
+        wait(start("train", "--resume", str(run_folder(tmp_path)), folder=tmp_path), tmp_path)
+        assert_complete(run_folder(tmp_path), NUM_STEPS)
 
 
 def free_port() -> int:
@@ -204,6 +203,12 @@ def test_ray_job_submit_runs_the_same_job(tmp_path):
         assert result.returncode == 0, result.stdout + result.stderr
         assert "succeeded" in result.stdout
         assert_complete(run_folder(tmp_path), 2)
+
+        too_much = subprocess.run(
+            [*submit, "--", *job, "rollout.num_workers=9"], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert too_much.returncode != 0
+        assert "the cluster must have 10 CPUs" in too_much.stdout
     finally:
         processes = psutil.Process(head.pid).children(recursive=True)
         os.killpg(head.pid, signal.SIGTERM)
