@@ -35,7 +35,10 @@ class ModelConfig(Section):
     """The policy: any causal language model of transformers."""
 
     path: str
-    """A folder with a Hugging Face checkpoint, `builtin:NAME` for one that ships with Cairn, or `package:NAME/FILE.gguf` in an installed package."""
+    """A folder with a Hugging Face checkpoint, `builtin:NAME` for one that ships with Cairn, or `package:NAME/FILE.gguf`.
+
+    The last is a GGUF file inside an installed package.
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights while training and sampling."""
     tools_prompt: Literal["none", "json"] | None = None

@@ -43,6 +43,7 @@ class LearnerClient:
         try:
             return await getattr(self._actor, method).remote(*args)
         except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, Exception) else error  # the learner's own exception, not Ray's wrapper
+            # The learner's own exception says what is wrong; Ray's wrapper would hide its type.
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
             raise LearnerLostError(f"the learner's process must live through the run, it died: {str(error).splitlines()[0]}") from error

@@ -32,7 +32,8 @@ def ray_cluster(config: RunConfig) -> Iterator[None]:
         available = ray.cluster_resources().get("CPU", 0)
         if available < needed:
             raise ClusterError(
-                f"the cluster must have {needed} CPUs for {config.rollout.num_workers} rollout workers and the learner, it has {available:g}: "
+                f"the cluster must have {needed} CPUs for {config.rollout.num_workers} rollout workers and the learner, "
+                f"it has {available:g}: "
                 f"lower rollout.num_workers, rollout.torch_threads or learner.torch_threads, or add nodes"
             )
         yield

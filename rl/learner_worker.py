@@ -67,7 +67,7 @@ class LearnerWorker:
 
     async def warm_start(self) -> None:
         """Fine-tune on oracle episodes of the training split; their seeds are those that the run starts with."""
-        from rl.sft import oracle_conversations, supervised_fine_tune  # noqa: PLC0415 - TRL takes seconds to import
+        from rl.sft import oracle_conversations, supervised_fine_tune
 
         config, warm = self._config, self._config.warm_start
         if warm is None:

@@ -58,6 +58,7 @@ class RolloutClient:
             ray.cancel(reference)  # what nobody waits for must not keep the worker busy
             raise
         except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, Exception) else error  # the worker's own exception, not Ray's wrapper
+            # The worker's own exception says what is wrong; Ray's wrapper would hide its type.
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
             raise WorkerLostError(str(error).splitlines()[0]) from error

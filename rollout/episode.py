@@ -285,7 +285,7 @@ class _Episode:
             )
         self._turns.append(TurnRecord(start, end, turn.text, tuple(calls), reward))
 
-    async def _guard(self, kind: FailureKind, awaitable):  # noqa: ANN001, ANN202 - the result's type is the awaitable's
+    async def _guard(self, kind: FailureKind, awaitable):
         """Return what the awaitable returns; None, and the episode failed, when it raises. The one place where failures become data."""
         try:
             return await awaitable

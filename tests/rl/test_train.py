@@ -24,7 +24,19 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 REPOSITORY = Path(__file__).parents[2]
 # Long enough to be killed in the middle, short enough for a test.
 NUM_STEPS = 14
-LONG = (f"learner.num_steps={NUM_STEPS}", "learner.groups_per_step=4", "learner.group_size=4", "env.num_train_tasks=64", "evaluation.num_episodes=8")
+LONG = (
+    f"learner.num_steps={NUM_STEPS}",
+    "learner.groups_per_step=4",
+    "learner.group_size=4",
+    "env.num_train_tasks=64",
+    "evaluation.num_episodes=8",
+)
+    f"learner.num_steps={NUM_STEPS}",
+    "learner.groups_per_step=4",
+    "learner.group_size=4",
+    "env.num_train_tasks=64",
+    "evaluation.num_episodes=8",
+)
 
 
 def start(*arguments, folder: Path, module="rl.cli") -> subprocess.Popen:

@@ -2,10 +2,10 @@ import asyncio
 import time
 
 import pytest
-from tests.rollout.fakes import STOP, FakeEnv, ScriptedSampler, make_context
 
 from rollout.episode import run_episode, run_group, sample_seed
 from rollout.trajectory import FailureKind, StopReason, Task
+from tests.rollout.fakes import STOP, FakeEnv, ScriptedSampler, make_context
 
 CALL = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
 CUT_CALL = '<tool_call>{"name":"f","argu'
