@@ -29,12 +29,6 @@ def learn(folder, *overrides: str) -> list[Evaluation]:
         "learner.torch_threads=2",
         "rollout.torch_threads=2",
     )
-        "learner.num_steps=8",
-        "env.options.max_calls=4",
-        "evaluation.num_episodes=150",
-        "learner.torch_threads=2",
-        "rollout.torch_threads=2",
-    )
     config = load_config("quickstart_sync", [f"output.folder={folder}", *small, *overrides])
     run_folder = create_run_folder(config)
 

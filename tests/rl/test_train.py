@@ -31,12 +31,6 @@ LONG = (
     "env.num_train_tasks=64",
     "evaluation.num_episodes=8",
 )
-    f"learner.num_steps={NUM_STEPS}",
-    "learner.groups_per_step=4",
-    "learner.group_size=4",
-    "env.num_train_tasks=64",
-    "evaluation.num_episodes=8",
-)
 
 
 def start(*arguments, folder: Path, module="rl.cli") -> subprocess.Popen:
