@@ -38,8 +38,12 @@ class LedgerEnv(ToolEnv):
     The tools do what they are told; whether the house rules were kept is judged afterwards, apart from success.
     """
 
-    def __init__(self, *, database: Literal["memory", "file"] = "memory", min_calls: int = 2, max_calls: int = 6) -> None:
+    def __init__(
+        self, *, database: Literal["memory", "file"] = "memory", min_calls: int = 2, max_calls: int = 6, quotes_ids: bool = True
+    ) -> None:
         """database: where SQLite keeps it. min_calls, max_calls: the horizon, in calls of the oracle, from 2 to 20.
+
+        quotes_ids: the customer names accounts and purchases with their ids; otherwise the agent has to look them up.
 
         Raises ValueError on another value.
         """
@@ -52,7 +56,9 @@ class LedgerEnv(ToolEnv):
                 f"min_calls and max_calls must be integers with {MIN_CALLS} <= min_calls <= max_calls <= {MAX_CALLS}, "
                 f"got min_calls = {min_calls!r} and max_calls = {max_calls!r}"
             )
-        self._min_calls, self._max_calls = min_calls, max_calls
+        if type(quotes_ids) is not bool:
+            raise ValueError(f"quotes_ids must be true or false, got {quotes_ids!r}")
+        self._min_calls, self._max_calls, self._quotes_ids = min_calls, max_calls, quotes_ids
         self._folder = tempfile.TemporaryDirectory(prefix="ledger-") if database == "file" else None
         self._database: Database | None = None
         self._task: LedgerTask | None = None
@@ -60,7 +66,7 @@ class LedgerEnv(ToolEnv):
     def start(self, seed: int) -> tuple[Message, ...]:
         """Set up the bank of this seed."""
         self._close_database()
-        self._task = generate_task(seed, self._min_calls, self._max_calls)
+        self._task = generate_task(seed, self._min_calls, self._max_calls, quotes_ids=self._quotes_ids)
         path = Path(self._folder.name) / "ledger.sqlite" if self._folder else None
         if path:
             path.unlink(missing_ok=True)

@@ -147,8 +147,11 @@ _FREEZE = ("freeze {kind}", "freeze the {kind} account", "block the {kind} accou
 _NOTE = ("note '{text}'", "add the note '{text}'", "write the note '{text}'")
 
 
-def generate_task(seed: int, min_calls: int, max_calls: int) -> LedgerTask:
-    """Return the task of a seed; the oracle solves it in at least `min_calls` and at most `max_calls` calls, evenly spread."""
+def generate_task(seed: int, min_calls: int, max_calls: int, *, quotes_ids: bool = True) -> LedgerTask:
+    """Return the task of a seed; the oracle solves it in at least `min_calls` and at most `max_calls` calls, evenly spread.
+
+    quotes_ids: the instruction names accounts and purchases with their ids, so that nothing has to be looked up to act on it.
+    """
     rng = random.Random(seed)
     num_calls = rng.randint(min_calls, max_calls)
     bank = _Bank(rng)
@@ -159,7 +162,7 @@ def generate_task(seed: int, min_calls: int, max_calls: int) -> LedgerTask:
         tuple(bank.purchases),
         bank.customers[0],
         requests,
-        _write_instruction(rng, bank.customers[0], requests),
+        _write_instruction(rng, bank.customers[0], requests, quotes_ids=quotes_ids),
     )
 
 
@@ -268,20 +271,24 @@ def _own_cost(request: Request) -> int:
     return 2 if is_large or isinstance(request, Refund) else 1
 
 
-def _write_instruction(rng: random.Random, customer: Customer, requests: tuple[Request, ...]) -> str:
+def _write_instruction(rng: random.Random, customer: Customer, requests: tuple[Request, ...], *, quotes_ids: bool) -> str:
     text = rng.choice(_OPENINGS).format(name=customer.name, born=customer.birth_date)
     for index, request in enumerate(requests):
-        text += (rng.choice(_LINKS) if index else "") + _write_request(rng, request)
+        text += (rng.choice(_LINKS) if index else "") + _write_request(rng, request, quotes_ids=quotes_ids)
     return text + "."
 
 
-def _write_request(rng: random.Random, request: Request) -> str:
+def _write_request(rng: random.Random, request: Request, *, quotes_ids: bool) -> str:
+    def name(account: Account) -> str:
+        return f"{account.kind} {account.account_id}" if quotes_ids else account.kind
+
     match request:
         case Transfer(source, target, amount):
-            return rng.choice(_TRANSFER).format(amount=amount, source=source.kind, target=target.kind)
+            return rng.choice(_TRANSFER).format(amount=amount, source=name(source), target=name(target))
         case Refund(purchase, account):
-            return rng.choice(_REFUND).format(merchant=purchase.merchant, kind=account.kind)
+            merchant = f"{purchase.merchant} {purchase.transaction_id}" if quotes_ids else purchase.merchant
+            return rng.choice(_REFUND).format(merchant=merchant, kind=name(account))
         case Freeze(account):
-            return rng.choice(_FREEZE).format(kind=account.kind)
+            return rng.choice(_FREEZE).format(kind=name(account))
         case Note(text):
             return rng.choice(_NOTE).format(text=text)

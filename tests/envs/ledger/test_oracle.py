@@ -89,7 +89,7 @@ def test_the_oracle_keeps_the_rules_of_the_house():
 
 
 def test_an_episode_in_full():
-    env = LedgerEnv(min_calls=4, max_calls=4)
+    env = LedgerEnv(min_calls=4, max_calls=4, quotes_ids=False)
     lines = [message.content for message in env.reset(seed=15)[0].messages]
     for turn in env.oracle():
         lines += [turn.text, *(message.content for message in env.step(turn)[0].messages)]

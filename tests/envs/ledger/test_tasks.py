@@ -30,3 +30,10 @@ def test_a_seed_gives_the_same_task_and_another_one_another():
 def test_every_kind_of_request_is_asked_for():
     kinds = Counter(type(request) for seed in range(300) for request in generate_task(seed, 2, 6).requests)
     assert min(kinds[kind] for kind in (Transfer, Refund, Freeze, Note)) > 40
+
+
+def test_a_customer_quotes_ids_unless_they_are_to_be_looked_up():
+    quoted, plain = generate_task(15, 4, 4), generate_task(15, 4, 4, quotes_ids=False)
+    assert quoted.requests == plain.requests
+    assert plain.instruction == "Help Finn Tran, born 1959-02-04: move 398 from checking to savings."
+    assert quoted.instruction == "Help Finn Tran, born 1959-02-04: move 398 from checking A633 to savings A117."
