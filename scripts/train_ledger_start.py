@@ -28,7 +28,7 @@ from model.tokenizer import END_OF_TURN, PADDING, START_OF_TURN, train_tokenizer
 from rl.sft import oracle_conversations, supervised_fine_tune
 
 ENV_ID = "cairn/Ledger-v0"
-ROUNDS = ({"max_calls": 6}, {"max_calls": 4})
+ROUNDS = ({"max_calls": 6}, {"max_calls": 4}, {"max_calls": 4})
 """Options of the environment in each round of training. Each round has episodes of its own, and a learning rate that falls to zero: what
 is copied is sharpened when the rate is low. The last are the tasks of the quick start."""
 FLAW_RATE = 0.2
