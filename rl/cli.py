@@ -152,7 +152,7 @@ def run_command(command: typer.Typer) -> None:
         errors.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         sys.exit(EXIT_ERROR)
     except KeyboardInterrupt:
-        errors.print("interrupted: episodes, environments and actors are closed; `cairn train --resume RUN` goes on", highlight=False)
+        errors.print("interrupted: episodes, environments and actors are closed", highlight=False)
         sys.exit(EXIT_INTERRUPTED)
 
 

@@ -52,7 +52,6 @@ METRICS: dict[str, str] = {
     "time/step_s/sum": "seconds of the whole step, evaluation and checkpoints left out",
     "eval/success/mean": "share of graded held-out episodes that solved their task",
     "eval/compliance/mean": "share of graded held-out episodes that broke no process rule",
-    "eval/reward/mean": "weighted reward of graded held-out episodes",
     "eval/response_tokens/mean": "tokens that the policy sampled in a held-out episode",
     "eval/episodes/count": "held-out episodes",
     "eval/failed/count": "held-out episodes that failed for reasons outside the policy; in no share",

@@ -97,10 +97,13 @@ def run_in_folder(config: RunConfig, folder: RunFolder, *, console: Console | No
     try:
         with ray_cluster(config), Screen(config, folder.path, console) as screen:
             asyncio.run(_run(config, folder, screen))
-    except TooManyLossesError as error:
-        raise RunError(str(error)) from error
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None  # SIGTERM; Ctrl-C arrives as KeyboardInterrupt already
+    except BaseException as error:
+        console.print(f"the run has stopped; go on with: cairn train --resume {folder.path}", soft_wrap=True, highlight=False, markup=False)
+        if isinstance(error, TooManyLossesError):
+            raise RunError(str(error)) from error
+        if isinstance(error, asyncio.CancelledError):
+            raise KeyboardInterrupt from None  # SIGTERM; Ctrl-C arrives as KeyboardInterrupt already
+        raise
     summary = write_summary(config, folder)
     console.print(summary_table(summary))
     console.print(f"run folder: {folder.path}\nnext: {summary.next_command}", soft_wrap=True, highlight=False, markup=False)
