@@ -191,6 +191,7 @@ def test_ray_job_submit_runs_the_same_job(tmp_path):
     port, dashboard = free_port(), free_port()
     ray = str(Path(sys.executable).parent / "ray")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # the job's `python` is the first on the cluster's path
     environment["RAY_AUTH_MODE"] = "disabled"  # a token would have to be made in the user's home
     head = subprocess.Popen(
         [ray, "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2", "--disable-usage-stats"],
