@@ -95,7 +95,10 @@ def list_command() -> None:
     from envs.registry import list_envs, load_plugins
 
     load_plugins()
-    table = Table("id", "package", "licence", "train tasks", "held-out tasks", "oracle", "description")
+    table = Table()
+    table.add_column("id", no_wrap=True)  # what is typed elsewhere must be readable in a narrow terminal
+    for header in ("package", "licence", "train tasks", "held-out tasks", "oracle", "description"):
+        table.add_column(header)
     for spec in list_envs():
         held_out = sum(len(seeds) for name, seeds in spec.splits.items() if name != "train")
         oracle = "yes" if spec.has_oracle else "no"
