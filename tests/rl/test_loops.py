@@ -8,6 +8,7 @@ import pytest
 
 from configs.schema import RunConfig
 from envs.messages import Verification
+from envs.registry import split_seeds
 from rl.async_loop import train_async
 from rl.checkpoints import list_checkpoints, read_progress
 from rl.evaluate import read_evaluations
@@ -17,6 +18,8 @@ from rl.train import run_all_steps
 from rollout.pool import WorkerPool
 from rollout.tasks import TaskQueue
 from rollout.trajectory import Failure, FailureKind, Group, StopReason, Trajectory, TurnRecord, read_trajectories
+
+FIRST_HELD_OUT_SEED = split_seeds("cairn/Ledger-v0", "validation").start
 
 
 def make_config(mode="sync", **learner) -> RunConfig:
@@ -36,14 +39,21 @@ def make_config(mode="sync", **learner) -> RunConfig:
 
 
 class FakeWorker:
-    """Returns groups of its current version; `fails` says how many members of the group with the given task index fail."""
+    """Returns groups of its current version; `fails` says how many members of the group with the given task index fail.
 
-    def __init__(self, version, fails, delay=lambda task: 0.0):
-        self.version, self.fails, self.delay = version, fails, delay
+    delay: seconds that a task takes. first_held_until: the version that must be reached before the first training task comes back.
+    """
+
+    def __init__(self, version, fails, delay=lambda task: 0.0, first_held_until=0):
+        self.version, self.fails, self.delay, self.first_held_until = version, fails, delay, first_held_until
+        self.released = asyncio.Event()
 
     async def run_group(self, task, size, temperature):
         version = self.version
         await asyncio.sleep(self.delay(task))
+        is_first = task.index == 0 and task.seed < FIRST_HELD_OUT_SEED
+        if is_first and self.version < self.first_held_until:
+            await self.released.wait()
         return Group(task, tuple(self.trajectory(task, member, version, member < self.fails(task)) for member in range(size)))
 
     def trajectory(self, task, member, version, is_failed):
@@ -65,6 +75,8 @@ class FakeWorker:
 
     async def set_weights(self, version, weights):
         self.version = version
+        if version >= self.first_held_until:
+            self.released.set()
 
     async def live_environments(self):
         return 0
@@ -120,9 +132,9 @@ class FakeFolder:
         self.trajectories.mkdir(exist_ok=True)
 
 
-def make_run(path, config, *, fails=lambda task: 0, delay=lambda task: 0.0, learner=None) -> Run:
+def make_run(path, config, *, fails=lambda task: 0, delay=lambda task: 0.0, first_held_until=0, learner=None) -> Run:
     async def spawn(version, weights):
-        return FakeWorker(version, fails, delay)
+        return FakeWorker(version, fails, delay, first_held_until)
 
     async def kill(worker):
         pass
@@ -176,7 +188,7 @@ def test_a_run_killed_between_checkpoint_and_next_step_loses_and_repeats_nothing
 def test_no_trajectory_is_trained_staler_than_the_bound_and_stale_tasks_come_again(tmp_path):
     # The first task takes several steps: when it comes back it is too stale, and its task must be run again.
     config = make_config("async", num_steps=12)
-    run = make_run(tmp_path, config, delay=lambda task: 0.3 if task.index == 0 else 0.005, learner=FakeLearner(seconds=0.02))
+    run = make_run(tmp_path, config, first_held_until=3)
     run_to_end(run)
     for step, groups in enumerate(run.learner.trained):
         assert all(group.staleness(step) <= 1 for group in groups)
