@@ -41,9 +41,9 @@ from rollout.tasks import TaskQueue
 def train(config: RunConfig, *, console: Console | None = None) -> RunFolder:
     """Train as the config says in a new run folder, which is returned; everything that can be wrong is checked before Ray starts."""
     check_model(config)
-    check_environment(config)
+    rules = check_environment(config)
     folder = create_run_folder(config)
-    run_in_folder(config, folder, console=console)
+    run_in_folder(config, folder, rules, console=console)
     return folder
 
 
@@ -55,9 +55,9 @@ def resume(path: Path, *, console: Console | None = None) -> RunFolder:
     if checkpoints and read_progress(checkpoints[-1])[0] >= config.learner.num_steps and folder.summary.exists():
         raise RunError(f"only an unfinished run can be resumed, {path} has done all {config.learner.num_steps} steps: start a new run")
     check_model(config)
-    check_environment(config)
+    rules = check_environment(config)
     check_room(folder.path)
-    run_in_folder(config, folder, console=console)
+    run_in_folder(config, folder, rules, console=console)
     return folder
 
 
@@ -91,12 +91,12 @@ def check_environment(config: RunConfig) -> tuple[Rule, ...]:
         env.close()
 
 
-def run_in_folder(config: RunConfig, folder: RunFolder, *, console: Console | None) -> None:
+def run_in_folder(config: RunConfig, folder: RunFolder, rules: tuple[Rule, ...], *, console: Console | None) -> None:
     """Start Ray, train, and end everything that was started, also after an error, Ctrl-C or SIGTERM; then write the summary."""
     console = console or Console()
     try:
         with ray_cluster(config), Screen(config, folder.path, console) as screen:
-            asyncio.run(_run(config, folder, screen))
+            asyncio.run(_run(config, folder, rules, screen))
     except BaseException as error:
         console.print(f"the run has stopped; go on with: cairn train --resume {folder.path}", soft_wrap=True, highlight=False, markup=False)
         if isinstance(error, TooManyLossesError):
@@ -119,7 +119,7 @@ def write_summary(config: RunConfig, folder: RunFolder) -> RunSummary:
     return summary
 
 
-async def _run(config: RunConfig, folder: RunFolder, screen: Screen) -> None:
+async def _run(config: RunConfig, folder: RunFolder, rules: tuple[Rule, ...], screen: Screen) -> None:
     """Run inside an event loop: actors, loop, shutdown."""
     main_task = asyncio.current_task()
     if main_task is not None:
@@ -138,7 +138,7 @@ async def _run(config: RunConfig, folder: RunFolder, screen: Screen) -> None:
         pool=pool,
         learner=learner,
         tasks=TaskQueue(config.env.id, split_seeds(config.env.id, "train")[: config.env.num_train_tasks], config.seed),
-        rules=check_environment(config),
+        rules=rules,
         metrics=MetricsWriter(folder.path),
         screen=screen,
     )
