@@ -14,7 +14,7 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 # What may not be merged with its neighbours: a digit, and a capital before a digit. An id such as C412 is always C, 4, 1, 2,
 # wherever it stands, so that copying one is to find the token before and to repeat the one after it. All else may become one
-# token, however long: `travel","account_id":"` is a key that a small model finds at once, where three tokens took it far longer.
+# token, however long, which makes episodes of JSON about a third shorter than with words kept apart.
 _ALONE = r"[0-9]|[A-Z](?=[0-9])"
 
 
