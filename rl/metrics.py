@@ -112,20 +112,30 @@ class MetricsWriter:
         record = {"step": step, "time": now} | {name: value if math.isfinite(value) else None for name, value in values.items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step, walltime=now)
-        self._events.flush()
+        self._show(step, now, values)
 
     def truncate_after(self, step: int) -> None:
         """Drop every record of a later step, so that a run that goes on from a checkpoint shows no step twice."""
-        self._keep([record for record in read_metrics(self._path) if (record["step"] or 0) <= step])
+        records = [record for record in read_metrics(self._path) if (record["step"] or 0) <= step]
+        self._keep(records)
         self._events.close()
-        # TensorBoard hides the events of earlier files from the purged step on.
-        self._events = SummaryWriter(str(self._tensorboard), purge_step=step + 1)
+        # Written anew: a purge hides steps of earlier files only, and TensorBoard takes files of one second in the order of their names.
+        for path in self._tensorboard.iterdir():
+            path.unlink()
+        self._events = SummaryWriter(str(self._tensorboard))
+        for record in records:
+            values = {name: value for name, value in record.items() if name in METRICS and value is not None}
+            self._show(int(record["step"] or 0), record["time"] or 0.0, values)
 
     def close(self) -> None:
         """Flush and close the event file; closing twice does nothing."""
         self._events.close()
+
+    def _show(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """Write TensorBoard events."""
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step, walltime=time_s)
+        self._events.flush()
 
     def _keep(self, records: list[Record]) -> None:
         """Replace the file by these records, in one move."""

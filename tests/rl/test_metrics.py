@@ -63,8 +63,13 @@ def test_a_run_that_goes_on_shows_no_step_twice(tmp_path):
     assert not (tmp_path / "metrics.partial").exists()
 
 
-def test_tensorboard_shows_the_run_that_went_on(tmp_path):
+@pytest.mark.parametrize("num_resumes", [0, 12])
+def test_tensorboard_shows_the_run_that_went_on(tmp_path, num_resumes):
     write_steps(tmp_path, 1, 2, 3, 4).close()
+    for _ in range(num_resumes):
+        writer = write_steps(tmp_path)
+        writer.truncate_after(4)
+        writer.close()
 
     writer = write_steps(tmp_path)
     writer.truncate_after(2)
