@@ -9,6 +9,7 @@ import torch
 from configs.schema import RunConfig
 from envs.registry import load_plugins, split_seeds
 from model.loading import load_policy, load_weights, save_checkpoint, trainable_weights
+from model.runtime import set_up_torch
 from rl.batch import build_samples
 from rl.errors import RunError
 from rl.learner import Learner
@@ -50,7 +51,7 @@ class LearnerWorker:
     """Holds the policy that is trained."""
 
     def __init__(self, config: RunConfig) -> None:
-        torch.set_num_threads(config.learner.torch_threads)
+        set_up_torch(config.learner.torch_threads)
         torch.manual_seed(config.seed)
         load_plugins()
         self._config = config

@@ -3,9 +3,12 @@
 T tokens of a whole episode, prompt included. Entry t of any `*_T` speaks of token t.
 """
 
+import math
+import random
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import datasets
@@ -23,6 +26,8 @@ ADAM_BETA2 = 0.95
 """As in most pretraining of language models: a shorter memory of squared gradients than the default, 0.999, has."""
 IGNORED = -100
 """The label of a token that is not trained."""
+SORTED_BATCHES = 50
+"""So many batches are filled from episodes that were sorted by length together: little padding, and still a random choice."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,15 @@ def supervised_fine_tune(
     """
     if not examples:
         raise ValueError("supervised fine-tuning needs at least one example, got none: raise warm_start.num_episodes")
+    order = training_order([len(example.token_ids_T) for example in examples], num_epochs, batch_size, seed)
+    dataset = _dataset(examples).select(order)
     model, core = policy.model, base_model(policy.model)
     was_training, patched_forward, tags = model.training, vars(core).get("forward"), core.model_tags
     with tempfile.TemporaryDirectory(prefix="sft-") as folder:
         arguments = SFTConfig(
             output_dir=folder,
             learning_rate=learning_rate,
-            num_train_epochs=num_epochs,
+            num_train_epochs=1,  # of a dataset that holds all epochs
             per_device_train_batch_size=batch_size,
             lr_scheduler_type=schedule,
             warmup_steps=warmup_steps,
@@ -95,7 +102,7 @@ def supervised_fine_tune(
             seed=seed,
             logging_steps=log_every_steps,
             disable_tqdm=not show_progress,
-            train_sampling_strategy="group_by_length",
+            train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},
             max_length=None,
             gradient_checkpointing=core.is_gradient_checkpointing,
@@ -105,7 +112,7 @@ def supervised_fine_tune(
             report_to="none",
             dataloader_pin_memory=False,
         )
-        trainer = SFTTrainer(model=model, args=arguments, train_dataset=_dataset(examples), processing_class=policy.tokenizer)
+        trainer = SFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=policy.tokenizer)
         trainer.remove_callback(PrinterCallback)
         if report is not None:
             trainer.add_callback(_Report(report))
@@ -117,6 +124,30 @@ def supervised_fine_tune(
     core.model_tags = tags
     model.train(was_training)
     model.zero_grad(set_to_none=True)
+
+
+def training_order(lengths: Sequence[int], num_epochs: float, batch_size: int, seed: int) -> list[int]:
+    """Return the rows in the order of training: `num_epochs` shuffled passes, cut into batches of like length that come in any order.
+
+    The trainer's own grouping by length takes the batches from long to short, again and again, and a small model learns markedly worse
+    from that: its optimiser's averages follow the length.
+    """
+    rng = random.Random(seed)
+    num_rows = max(1, round(num_epochs * len(lengths)))
+    passes = [rng.sample(range(len(lengths)), len(lengths)) for _ in range(math.ceil(num_epochs))]
+    rows = list(chain.from_iterable(passes))[:num_rows]
+    order: list[int] = []
+    for pool in _batched(rows, SORTED_BATCHES * batch_size):
+        batches = _batched(sorted(pool, key=lambda row: lengths[row]), batch_size)
+        # Only the last batch of all may be short: one before it would shift all that follow.
+        last = [batches.pop()] if len(batches[-1]) < batch_size else []
+        rng.shuffle(batches)
+        order += chain.from_iterable(batches + last)
+    return order
+
+
+def _batched(rows: list[int], size: int) -> list[list[int]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 class _Report(TrainerCallback):

@@ -8,6 +8,7 @@ import torch
 from configs.schema import RunConfig
 from envs.registry import load_plugins, make_env
 from model.loading import load_policy
+from model.runtime import set_up_torch
 from rollout.engine import Engine
 from rollout.env_host import LiveCount
 from rollout.episode import EpisodeContext, EpisodeLimits, run_group
@@ -45,7 +46,7 @@ class RolloutWorker:
 
     def __init__(self, config: RunConfig, version: int, weights: Weights | None) -> None:
         """weights: of this version; None takes those of `config.model`."""
-        torch.set_num_threads(config.rollout.torch_threads)
+        set_up_torch(config.rollout.torch_threads)
         load_plugins()
         policy = load_policy(config.model)
         self._config = config

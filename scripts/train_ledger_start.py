@@ -8,11 +8,15 @@ reinforcement learning can mend decisions in minutes, and cannot teach copying i
 """
 
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -24,22 +28,24 @@ from envs.registry import make_env, split_seeds
 from envs.tool_env import ToolEnv
 from model.chat import ChatMLRenderer
 from model.loading import CHECKPOINTS, Policy, load_policy, num_parameters, save_checkpoint
+from model.runtime import set_up_torch
 from model.tokenizer import END_OF_TURN, PADDING, START_OF_TURN, train_tokenizer
-from rl.sft import oracle_conversations, supervised_fine_tune
+from rl.sft import SupervisedExample, oracle_conversations, supervised_fine_tune
 
 ENV_ID = "cairn/Ledger-v0"
-ROUNDS = ({"max_calls": 6}, {"max_calls": 4}, {"max_calls": 4})
-"""Options of the environment in each round of training. Each round has episodes of its own, and a learning rate that falls to zero: what
-is copied is sharpened when the rate is low. The last are the tasks of the quick start."""
+EPISODES: tuple[tuple[dict[str, Any], int], ...] = (({"max_calls": 4}, 30_000), ({"min_calls": 4, "max_calls": 6}, 90_000))
+"""Options of the environment, and how many episodes under them. Short ones teach the form of a call soon; money moves in the long ones."""
 FLAW_RATE = 0.2
-VOCAB_SIZE = 768
+VOCAB_SIZE = 2304
+"""Room for each number of three digits, so that an id is two tokens: its letter and its number."""
 MAX_EPISODE_TOKENS = 1024
 """A sampled episode ends here."""
 NUM_TOKENIZER_EPISODES = 3_000
 FIRST_TRAIN_SEED = 2**30
 """Far from the first seeds of the split, which are those that a run of reinforcement learning takes."""
-NUM_EPISODES, NUM_EPOCHS = 10_000, 5
-"""Of each round."""
+NUM_EPOCHS = 2
+CHUNK = 1000
+"""Episodes that a process plays before it hands them over."""
 LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS = 2e-3, 0.01, 50
 INITIALIZER_RANGE = 0.06
 """Standard deviation of the first weights, near the inverse root of the width.
@@ -56,34 +62,32 @@ def train(
     scale: Annotated[float, typer.Option(help="Part of the episodes to train on; 0.01 for a trial.")] = 1.0,
     batch_size: Annotated[int, typer.Option(help="Episodes per optimiser step.")] = 32,
     seed: Annotated[int, typer.Option(help="Fixes weights, flaws and order.")] = 0,
-    first_round: Annotated[int, typer.Option(help="Go on from the checkpoint in the folder with this round; 0 starts from nothing.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     """Train the tokenizer and the model, write the checkpoint, and evaluate it."""
-    torch.set_num_threads(threads)
+    set_up_torch(threads)
     torch.manual_seed(seed)
     started = time.monotonic()
-    policy = load_policy(ModelConfig(path=str(folder), tools_prompt="none")) if first_round else _new_policy()
+    policy = _new_policy()
     print(f"{len(policy.tokenizer)} tokens, {num_parameters(policy.model):,} parameters", flush=True)
-    num_episodes = max(batch_size, int(NUM_EPISODES * scale))
+    examples = _examples(policy.renderer, scale, seed, threads)
+    print(f"{time.monotonic() - started:6.0f} s  {len(examples):,} episodes", flush=True)
+    supervised_fine_tune(
+        policy,
+        examples,
+        learning_rate=LEARNING_RATE,
+        num_epochs=NUM_EPOCHS,
+        batch_size=batch_size,
+        seed=seed,
+        schedule="linear",
+        warmup_steps=WARMUP_STEPS,
+        weight_decay=WEIGHT_DECAY,
+        log_every_steps=50,
+        report=_print_progress(started),
+        show_progress=False,
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    for index in range(first_round, len(ROUNDS)):
-        first_seed = FIRST_TRAIN_SEED + index * NUM_EPISODES
-        supervised_fine_tune(
-            policy,
-            oracle_conversations(ENV_ID, ROUNDS[index], range(first_seed, first_seed + num_episodes), FLAW_RATE, seed, policy.renderer),
-            learning_rate=LEARNING_RATE,
-            num_epochs=NUM_EPOCHS,
-            batch_size=batch_size,
-            seed=seed,
-            schedule="linear",
-            warmup_steps=WARMUP_STEPS,
-            weight_decay=WEIGHT_DECAY,
-            log_every_steps=50,
-            report=_print_progress(started),
-            show_progress=False,
-        )
-        save_checkpoint(policy, folder)
+    save_checkpoint(policy, folder)
     result = sample_episodes(policy, split_seeds(ENV_ID, "validation")[:400], temperature=1.0, seed=seed)
     print(result.text(), flush=True)
     (folder / "README.md").write_text(_model_card(policy, result))
@@ -99,7 +103,7 @@ def evaluate(
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     """Sample held-out episodes with plain `generate` and print success and the faults of copying."""
-    torch.set_num_threads(threads)
+    set_up_torch(threads)
     policy = load_policy(ModelConfig(path=str(folder), tools_prompt="none"))
     result = sample_episodes(policy, split_seeds(ENV_ID, "validation")[:num_episodes], temperature=temperature, seed=seed)
     print(result.text())
@@ -164,7 +168,7 @@ class _Episode:
     """One episode that is being sampled."""
 
     def __init__(self, seed: int, renderer: ChatMLRenderer) -> None:
-        self._env: ToolEnv = make_env(ENV_ID, ROUNDS[-1])
+        self._env: ToolEnv = make_env(ENV_ID)
         self._renderer = renderer
         observation, _ = self._env.reset(seed=seed)
         self.token_ids = renderer.prompt_ids(observation.messages, observation.tools)
@@ -218,7 +222,7 @@ def _sample_turns(policy: Policy, prompts: list[list[int]], temperature: float) 
 
 def _texts(num_episodes: int) -> Iterable[str]:
     """Yield what is said in episodes of the oracle, and what the format adds."""
-    env = make_env(ENV_ID, ROUNDS[-1])
+    env = make_env(ENV_ID)
     for task_seed in range(FIRST_TRAIN_SEED, FIRST_TRAIN_SEED + num_episodes):
         observation, _ = env.reset(seed=task_seed)
         yield from (message.content for message in observation.messages)
@@ -228,6 +232,20 @@ def _texts(num_episodes: int) -> Iterable[str]:
             yield from (message.content for message in observation.messages)
         yield from ("system\n", "user\n", "assistant\n", "tool\n")
     env.close()
+
+
+def _examples(renderer: ChatMLRenderer, scale: float, seed: int, num_processes: int) -> list[SupervisedExample]:
+    """Return the episodes to imitate, played in so many processes."""
+    examples: list[SupervisedExample] = []
+    first_seed = FIRST_TRAIN_SEED
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as executor:
+        for options, num_episodes in EPISODES:
+            seeds = range(first_seed, first_seed + max(1, int(num_episodes * scale)))
+            first_seed += num_episodes
+            chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+            play = partial(oracle_conversations, ENV_ID, options, flaw_rate=FLAW_RATE, seed=seed, renderer=renderer)
+            examples += chain.from_iterable(executor.map(play, chunks))
+    return examples
 
 
 def _new_policy() -> Policy:
@@ -279,8 +297,8 @@ The policy that Cairn's quick start begins with: a Llama of {num_parameters(poli
 It acts as a clerk in `{ENV_ID}`, and knows nothing else.
 
 Made by `python -m scripts.train_ledger_start train` from nothing but episodes of that environment's oracle, in which each decision was
-wrong with probability {FLAW_RATE}: {len(ROUNDS)} rounds of {NUM_EPISODES:,} episodes of the training split, each seen
-{NUM_EPOCHS} times, loss on the agent's turns, AdamW at {LEARNING_RATE:g} falling to zero in each round.
+wrong with probability {FLAW_RATE}: {sum(count for _, count in EPISODES):,} episodes of the training split, each seen {NUM_EPOCHS} times,
+loss on the agent's turns, AdamW at {LEARNING_RATE:g} falling to zero.
 
 Sampled at temperature 1 on the validation split: {result.text()}.
 It is flawed on purpose: its mistakes are what reinforcement learning is there to mend.

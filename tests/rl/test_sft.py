@@ -1,7 +1,12 @@
 import copy
+import random
+import statistics
+from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from configs.schema import LoraConfig
@@ -10,7 +15,7 @@ from model.chat import ChatMLRenderer
 from model.loading import Policy, trainable_weights
 from model.lora import add_lora
 from model.tokenizer import train_tokenizer
-from rl.sft import SupervisedExample, oracle_conversations, supervised_fine_tune
+from rl.sft import SupervisedExample, oracle_conversations, supervised_fine_tune, training_order
 from tests import references_model
 
 LEDGER = "cairn/Ledger-v0"
@@ -107,6 +112,30 @@ def test_the_gradient_of_a_token_that_is_not_trained_is_zero() -> None:
     fine_tune(other, [SupervisedExample((5, 9, 40, 8), (False, True, False, False))])
     for (name, left), right in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         torch.testing.assert_close(left, right, msg=name)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=300),
+    num_epochs=st.floats(0.01, 4),
+    batch_size=st.integers(1, 40),
+    seed=st.integers(0, 3),
+)
+def test_each_pass_takes_every_episode_once(lengths: list[int], num_epochs: float, batch_size: int, seed: int) -> None:
+    order = training_order(lengths, num_epochs, batch_size, seed)
+    counts = Counter(order)
+    assert len(order) == max(1, round(num_epochs * len(lengths)))
+    assert set(order) <= set(range(len(lengths)))
+    assert max(counts.values()) - min(counts[row] for row in range(len(lengths))) <= 1
+
+
+def test_batches_are_of_like_length_and_come_in_no_order_of_length() -> None:
+    rng, batch_size = random.Random(0), 16
+    lengths = [rng.randint(1, 500) for _ in range(200 * batch_size)]
+    order = training_order(lengths, 1, batch_size, 0)
+    batches = [[lengths[row] for row in order[start : start + batch_size]] for start in range(0, len(order), batch_size)]
+    assert statistics.fmean(max(batch) - min(batch) for batch in batches) < 20
+    means = [statistics.fmean(batch) for batch in batches]
+    assert abs(statistics.correlation(means[:-1], means[1:])) < 0.25
 
 
 def test_the_loss_falls_and_each_record_says_how_far_it_is() -> None:
