@@ -12,7 +12,9 @@ from itertools import chain
 from typing import Any, Literal
 
 import datasets
+import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.optimization import get_scheduler
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -73,13 +75,16 @@ def supervised_fine_tune(
     schedule: Literal["constant", "linear", "cosine"] = "linear",
     warmup_steps: int = 0,
     weight_decay: float = 0.0,
+    muon_learning_rate: float | None = None,
     log_every_steps: int = 10,
     report: Callable[[dict[str, float]], None] | None = None,
     show_progress: bool = True,
 ) -> None:
     """Train `policy.model` in place on the examples, as they are: nothing is tokenised, cut or packed.
 
-    The loss is the mean negative log-prob of the trained tokens of a batch (`batch_size` episodes of like length). report: called
+    The loss is the mean negative log-prob of the trained tokens of a batch (`batch_size` episodes of like length). muon_learning_rate:
+    when given, Muon (Jordan et al. 2024) trains the matrices of the hidden layers, at this rate on the scale of AdamW's (Liu et al.
+    2025), and AdamW only the rest: embeddings, norms, heads. report: called
     every `log_every_steps` steps with `step`, `loss`, `mean_token_accuracy` and what else TRL logs. The trainer, its optimiser and
     what it patched into the model are gone afterwards. Raises ValueError when there are no examples.
     """
@@ -88,6 +93,7 @@ def supervised_fine_tune(
     order = training_order([len(example.token_ids_T) for example in examples], num_epochs, batch_size, seed)
     dataset = _dataset(examples).select(order)
     model, core = policy.model, base_model(policy.model)
+    matrices = _hidden_matrices(model) if muon_learning_rate is not None else []
     was_training, patched_forward, tags = model.training, vars(core).get("forward"), core.model_tags
     with tempfile.TemporaryDirectory(prefix="sft-") as folder:
         arguments = SFTConfig(
@@ -113,6 +119,9 @@ def supervised_fine_tune(
             dataloader_pin_memory=False,
         )
         trainer = SFTTrainer(model=model, args=arguments, train_dataset=dataset, processing_class=policy.tokenizer)
+        if muon_learning_rate is not None:
+            _leave_out(trainer.create_optimizer(), matrices)
+            trainer.add_callback(_MuonStep(matrices, muon_learning_rate, weight_decay))
         trainer.remove_callback(PrinterCallback)
         if report is not None:
             trainer.add_callback(_Report(report))
@@ -148,6 +157,39 @@ def training_order(lengths: Sequence[int], num_epochs: float, batch_size: int, s
 
 def _batched(rows: list[int], size: int) -> list[list[int]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _hidden_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the trained matrices that are neither embedding nor output head."""
+    outer = {id(parameter) for module in model.modules() if isinstance(module, torch.nn.Embedding) for parameter in module.parameters()}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outer |= {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in outer]
+
+
+def _leave_out(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+    """Take the parameters from an optimiser that has not stepped yet."""
+    ids = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in ids]
+
+
+class _MuonStep(TrainerCallback):
+    """Steps Muon beside the trainer's optimiser, by the same schedule: torch's Muon takes matrices only, and the trainer one optimiser."""
+
+    def __init__(self, matrices: list[torch.nn.Parameter], learning_rate: float, weight_decay: float) -> None:
+        self._optimizer = torch.optim.Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._schedule = get_scheduler(
+            args.lr_scheduler_type, self._optimizer, args.get_warmup_steps(state.max_steps), num_training_steps=state.max_steps
+        )
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        assert self._schedule is not None
+        self._optimizer.step()
+        self._schedule.step()
 
 
 class _Report(TrainerCallback):

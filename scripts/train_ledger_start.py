@@ -1,10 +1,11 @@
-"""Train `model/checkpoints/ledger-start`, the policy that the quick start begins with: from nothing, by imitation of a flawed oracle.
+"""Train `model/checkpoints/ledger-start`, the policy that the quick start begins with: from nothing, by imitation of an oracle.
 
     python -m scripts.train_ledger_start train --folder model/checkpoints/ledger-start
     python -m scripts.train_ledger_start evaluate --folder model/checkpoints/ledger-start
 
-The aim is a policy that copies ids, amounts and dates without fault and is wrong only in its decisions, as the oracle that it saw:
-reinforcement learning can mend decisions in minutes, and cannot teach copying in any time that a quick start has.
+The aim is a policy that copies ids, amounts and dates without fault and is wrong only in its decisions: reinforcement learning can
+mend decisions in minutes, and cannot teach copying in any time that a quick start has. So it first imitates an oracle that is always
+right, from which a small model learns to copy soonest, and then, for a short while, one that takes wrong decisions.
 """
 
 import json
@@ -33,9 +34,31 @@ from model.tokenizer import END_OF_TURN, PADDING, START_OF_TURN, train_tokenizer
 from rl.sft import SupervisedExample, oracle_conversations, supervised_fine_tune
 
 ENV_ID = "cairn/Ledger-v0"
-EPISODES: tuple[tuple[dict[str, Any], int], ...] = (({"max_calls": 4}, 30_000), ({"min_calls": 4, "max_calls": 6}, 90_000))
-"""Options of the environment, and how many episodes under them. Short ones teach the form of a call soon; money moves in the long ones."""
-FLAW_RATE = 0.2
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training: an oracle's episodes, and the rates of Muon and of AdamW, which fall to zero.
+
+    episodes: options of the environment, and how many episodes under them. Short ones teach the form of a call soon; money moves in
+    the long ones. flaw_rate: how often a decision of the oracle is wrong.
+    """
+
+    episodes: tuple[tuple[dict[str, Any], int], ...]
+    flaw_rate: float
+    num_epochs: int
+    muon_learning_rate: float
+    learning_rate: float
+
+    @property
+    def num_episodes(self) -> int:
+        """Different episodes in all."""
+        return sum(count for _, count in self.episodes)
+
+
+SHORT, LONG = {"max_calls": 4}, {"min_calls": 4, "max_calls": 6}
+EXPERT = Stage(((SHORT, 30_000), (LONG, 60_000)), flaw_rate=0.0, num_epochs=2, muon_learning_rate=1e-2, learning_rate=8e-3)
+CLERK = Stage(((SHORT, 5_000), (LONG, 12_000)), flaw_rate=0.2, num_epochs=1, muon_learning_rate=2e-3, learning_rate=1e-3)
 VOCAB_SIZE = 2304
 """Room for each number of three digits, so that an id is two tokens: its letter and its number."""
 MAX_EPISODE_TOKENS = 1024
@@ -43,10 +66,9 @@ MAX_EPISODE_TOKENS = 1024
 NUM_TOKENIZER_EPISODES = 3_000
 FIRST_TRAIN_SEED = 2**30
 """Far from the first seeds of the split, which are those that a run of reinforcement learning takes."""
-NUM_EPOCHS = 2
 CHUNK = 1000
 """Episodes that a process plays before it hands them over."""
-LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS = 2e-3, 0.01, 50
+WEIGHT_DECAY, WARMUP_STEPS = 0.01, 50
 INITIALIZER_RANGE = 0.06
 """Standard deviation of the first weights, near the inverse root of the width.
 
@@ -59,6 +81,9 @@ app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=F
 @app.command()
 def train(
     folder: Annotated[Path, typer.Option(help="Where the checkpoint is written.")] = CHECKPOINTS / "ledger-start",
+    expert: Annotated[
+        Path | None, typer.Option(help="Keep the policy of the first stage here; where it is already there, only the second is trained.")
+    ] = None,
     scale: Annotated[float, typer.Option(help="Part of the episodes to train on; 0.01 for a trial.")] = 1.0,
     batch_size: Annotated[int, typer.Option(help="Episodes per optimiser step.")] = 32,
     seed: Annotated[int, typer.Option(help="Fixes weights, flaws and order.")] = 0,
@@ -68,29 +93,24 @@ def train(
     set_up_torch(threads)
     torch.manual_seed(seed)
     started = time.monotonic()
-    policy = _new_policy()
-    print(f"{len(policy.tokenizer)} tokens, {num_parameters(policy.model):,} parameters", flush=True)
-    examples = _examples(policy.renderer, scale, seed, threads)
-    print(f"{time.monotonic() - started:6.0f} s  {len(examples):,} episodes", flush=True)
-    supervised_fine_tune(
-        policy,
-        examples,
-        learning_rate=LEARNING_RATE,
-        num_epochs=NUM_EPOCHS,
-        batch_size=batch_size,
-        seed=seed,
-        schedule="linear",
-        warmup_steps=WARMUP_STEPS,
-        weight_decay=WEIGHT_DECAY,
-        log_every_steps=50,
-        report=_print_progress(started),
-        show_progress=False,
-    )
+    imitate = partial(_imitate, scale=scale, batch_size=batch_size, seed=seed, threads=threads, started=started)
+    if expert is not None and expert.is_dir():
+        policy = _load(expert)
+    else:
+        policy = _new_policy()
+        print(f"{len(policy.tokenizer)} tokens, {num_parameters(policy.model):,} parameters", flush=True)
+        imitate(policy, EXPERT, FIRST_TRAIN_SEED)
+        if expert is not None:
+            expert.mkdir(parents=True)
+            save_checkpoint(policy, expert)
+    expert_result = sample_episodes(policy, split_seeds(ENV_ID, "validation")[:400], temperature=0.0, seed=seed)
+    print(f"expert, greedy: {expert_result.text()}", flush=True)
+    imitate(policy, CLERK, FIRST_TRAIN_SEED + EXPERT.num_episodes)
     folder.mkdir(parents=True, exist_ok=True)
     save_checkpoint(policy, folder)
     result = sample_episodes(policy, split_seeds(ENV_ID, "validation")[:400], temperature=1.0, seed=seed)
-    print(result.text(), flush=True)
-    (folder / "README.md").write_text(_model_card(policy, result))
+    print(f"clerk, temperature 1: {result.text()}", flush=True)
+    (folder / "README.md").write_text(_model_card(policy, expert_result, result))
 
 
 @app.command()
@@ -104,7 +124,7 @@ def evaluate(
 ) -> None:
     """Sample held-out episodes with plain `generate` and print success and the faults of copying."""
     set_up_torch(threads)
-    policy = load_policy(ModelConfig(path=str(folder), tools_prompt="none"))
+    policy = _load(folder)
     result = sample_episodes(policy, split_seeds(ENV_ID, "validation")[:num_episodes], temperature=temperature, seed=seed)
     print(result.text())
     for transcript in result.failed_transcripts[:show]:
@@ -234,18 +254,46 @@ def _texts(num_episodes: int) -> Iterable[str]:
     env.close()
 
 
-def _examples(renderer: ChatMLRenderer, scale: float, seed: int, num_processes: int) -> list[SupervisedExample]:
+def _imitate(
+    policy: Policy, stage: Stage, first_task_seed: int, *, scale: float, batch_size: int, seed: int, threads: int, started: float
+) -> None:
+    """Train the policy by one stage, on tasks from `first_task_seed` on."""
+    examples = _examples(policy.renderer, stage, first_task_seed, scale, seed, threads)
+    print(f"{time.monotonic() - started:6.0f} s  {len(examples):,} episodes", flush=True)
+    supervised_fine_tune(
+        policy,
+        examples,
+        learning_rate=stage.learning_rate,
+        muon_learning_rate=stage.muon_learning_rate,
+        num_epochs=stage.num_epochs,
+        batch_size=batch_size,
+        seed=seed,
+        schedule="linear",
+        warmup_steps=WARMUP_STEPS,
+        weight_decay=WEIGHT_DECAY,
+        log_every_steps=50,
+        report=_print_progress(started),
+        show_progress=False,
+    )
+
+
+def _examples(
+    renderer: ChatMLRenderer, stage: Stage, first_task_seed: int, scale: float, seed: int, num_processes: int
+) -> list[SupervisedExample]:
     """Return the episodes to imitate, played in so many processes."""
     examples: list[SupervisedExample] = []
-    first_seed = FIRST_TRAIN_SEED
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as executor:
-        for options, num_episodes in EPISODES:
-            seeds = range(first_seed, first_seed + max(1, int(num_episodes * scale)))
-            first_seed += num_episodes
+        for options, num_episodes in stage.episodes:
+            seeds = range(first_task_seed, first_task_seed + max(1, int(num_episodes * scale)))
+            first_task_seed += num_episodes
             chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
-            play = partial(oracle_conversations, ENV_ID, options, flaw_rate=FLAW_RATE, seed=seed, renderer=renderer)
+            play = partial(oracle_conversations, ENV_ID, options, flaw_rate=stage.flaw_rate, seed=seed, renderer=renderer)
             examples += chain.from_iterable(executor.map(play, chunks))
     return examples
+
+
+def _load(folder: Path) -> Policy:
+    return load_policy(ModelConfig(path=str(folder), tools_prompt="none"))
 
 
 def _new_policy() -> Policy:
@@ -284,7 +332,7 @@ def _print_progress(started: float) -> Callable[[dict[str, float]], None]:
     return report
 
 
-def _model_card(policy: Policy, result: SampledResult) -> str:
+def _model_card(policy: Policy, expert_result: SampledResult, result: SampledResult) -> str:
     config = json.loads(policy.model.config.to_json_string())
     return f"""---
 license: apache-2.0
@@ -296,11 +344,14 @@ The policy that Cairn's quick start begins with: a Llama of {num_parameters(poli
 ({config["num_hidden_layers"]} layers, width {config["hidden_size"]}) with a byte-level BPE vocabulary of {len(policy.tokenizer)} tokens.
 It acts as a clerk in `{ENV_ID}`, and knows nothing else.
 
-Made by `python -m scripts.train_ledger_start train` from nothing but episodes of that environment's oracle, in which each decision was
-wrong with probability {FLAW_RATE}: {sum(count for _, count in EPISODES):,} episodes of the training split, each seen {NUM_EPOCHS} times,
-loss on the agent's turns, AdamW at {LEARNING_RATE:g} falling to zero.
+Made by `python -m scripts.train_ledger_start train` from nothing but episodes of that environment's oracle, tasks of the training
+split, loss on the agent's turns:
 
-Sampled at temperature 1 on the validation split: {result.text()}.
+1. {EXPERT.num_episodes:,} episodes without a flaw, each seen {EXPERT.num_epochs} times. After it, greedy, on the validation split:
+   {expert_result.text()}.
+2. {CLERK.num_episodes:,} episodes in which each decision was wrong with probability {CLERK.flaw_rate}, each seen once. After it,
+   sampled at temperature 1: {result.text()}.
+
 It is flawed on purpose: its mistakes are what reinforcement learning is there to mend.
 """
 
