@@ -58,7 +58,7 @@ class Stage:
 
 SHORT, LONG = {"max_calls": 4}, {"min_calls": 4, "max_calls": 6}
 EXPERT = Stage(((SHORT, 30_000), (LONG, 60_000)), flaw_rate=0.0, num_epochs=2, muon_learning_rate=1e-2, learning_rate=8e-3)
-CLERK = Stage(((SHORT, 5_000), (LONG, 12_000)), flaw_rate=0.2, num_epochs=1, muon_learning_rate=2e-3, learning_rate=1e-3)
+CLERK = Stage(((SHORT, 5_000), (LONG, 12_000)), flaw_rate=0.3, num_epochs=1, muon_learning_rate=1e-3, learning_rate=5e-4)
 VOCAB_SIZE = 2304
 """Room for each number of three digits, so that an id is two tokens: its letter and its number."""
 MAX_EPISODE_TOKENS = 1024

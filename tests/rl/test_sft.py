@@ -165,6 +165,41 @@ def test_under_lora_only_the_adapters_move() -> None:
     assert moved == set(trainable_weights(policy.model))
 
 
+def moved_weights(**changes) -> set[str]:
+    policy = tiny_policy()
+    before = copy.deepcopy(policy.model.state_dict())
+    fine_tune(policy, EXAMPLES, **changes)
+    return {name for name, weight in policy.model.state_dict().items() if not torch.equal(weight, before[name])}
+
+
+HIDDEN_MATRICES = {
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.self_attn.v_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.0.mlp.gate_proj.weight",
+    "model.layers.0.mlp.up_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+}
+
+
+def test_muon_moves_the_hidden_matrices_and_adamw_the_rest() -> None:
+    everything = set(tiny_policy().model.state_dict())
+    embeddings = {"model.embed_tokens.weight", "lm_head.weight"}
+    norms = everything - HIDDEN_MATRICES - embeddings
+    assert len(norms) == 3
+    assert moved_weights(muon_learning_rate=1e-2, learning_rate=0.0) == HIDDEN_MATRICES
+    assert moved_weights(muon_learning_rate=0.0) == embeddings | norms
+    assert moved_weights(muon_learning_rate=1e-2) == everything == moved_weights()
+
+
+def test_the_loss_falls_with_muon_and_its_rate_follows_the_schedule() -> None:
+    records = fine_tune(tiny_policy(), EXAMPLES, num_epochs=20, muon_learning_rate=1e-2)
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+    # The first step of a warm-up is of rate zero.
+    assert moved_weights(muon_learning_rate=1e-2, warmup_steps=1, schedule="linear") == set()
+
+
 def test_the_same_seed_gives_the_same_weights() -> None:
     first, second = tiny_policy(), tiny_policy()
     for policy in (first, second):
