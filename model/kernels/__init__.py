@@ -1,0 +1,1 @@
+"""The policy's attention kernels: one interface, several implementations."""
