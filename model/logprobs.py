@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from model.lora import base_model
 
 PROBE_TOLERANCE = 1e-4
+LOGPROB_CHUNK = 4096
+"""Tokens whose logits exist at the same time, unless the caller says otherwise."""
 
 
 def action_logprobs(
@@ -19,7 +21,7 @@ def action_logprobs(
     action_mask_BT: torch.Tensor,
     *,
     temperature: float,
-    chunk_size: int = 4096,
+    chunk_size: int = LOGPROB_CHUNK,
 ) -> torch.Tensor:
     """Return float32 [B, T]: log_softmax(logits / temperature) of each action token, 0 elsewhere.
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from configs.schema import RunConfig
 from model.loading import resolve_path
+from model.logprobs import LOGPROB_CHUNK
 
 PROCESS_GIB = 0.45
 """A process with torch and transformers imported, measured."""
@@ -27,8 +28,10 @@ class MemoryPlan:
 def plan_memory(config: RunConfig) -> MemoryPlan:
     """Return the estimate for one learner and one rollout worker.
 
-    Learner: weights, gradients, two AdamW moments, and the activations of one micro-batch (about 16 hidden and 4 feed-forward widths
-    per token and layer; one layer's worth with gradient checkpointing). Worker: weights and the whole slot cache.
+    Learner: weights, gradients, two AdamW moments, the activations of one micro-batch (about 16 hidden and 4 feed-forward widths
+    per token and layer; one layer's worth with gradient checkpointing), and logits, three times over (their log-softmax and their
+    gradient beside them), of one chunk of the log-probs or of one batch of the warm start, whichever is larger. Worker: weights and
+    the whole slot cache.
     """
     shape = _load_shape(config)
     width = 2 if config.model.dtype == "bfloat16" else 4
@@ -42,7 +45,11 @@ def plan_memory(config: RunConfig) -> MemoryPlan:
     activations = max(config.learner.micro_batch_tokens, config.rollout.max_context_tokens) * (
         layer_activations * kept_layers + layers * hidden
     )
-    learner = num_parameters * width + num_trained * (width + 8) + activations * width
+    logit_tokens = min(LOGPROB_CHUNK, config.learner.micro_batch_tokens)
+    if config.warm_start is not None:
+        logit_tokens = max(logit_tokens, config.warm_start.batch_size * config.rollout.max_context_tokens)
+    logits = 3 * 4 * logit_tokens * shape.vocab_size
+    learner = num_parameters * width + num_trained * (width + 8) + activations * width + logits
     kv_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head_dim = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
     cache = config.rollout.max_concurrent_episodes * config.rollout.max_context_tokens * layers * 2 * kv_heads * head_dim * width
